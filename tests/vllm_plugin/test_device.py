@@ -454,7 +454,7 @@ def test_neighbours_in_a_file_are_one_batch(fast, monkeypatch):
 
     assert max(len(each.parts) for each in joined) > 1
     assert all(each.given.numel() <= max(20_000, each.pieces[0].given.nbytes) for each in joined)
-    assert sum(len(each.parts) for each in joined) + len(others) == sum(p.given.numel() > 0 for p in pieces)
+    assert sum(len(each.pieces) for each in joined) + len(others) == sum(p.given.numel() > 0 for p in pieces)
     # Slices, transpositions and wider numbers.
     assert {each.spec.name for each in others} == {"blocks", "cols", "transposed", "widened"}
 

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from patchstore.bucket.records import TensorSpec
 from tests.support.interpreted import DEVICE
 from vllm_plugin.live import copies
-from vllm_plugin.live.copies import BLOCK_BYTES, PAGE_BYTES, Job, Lane, Transfers, touch
+from vllm_plugin.live.copies import BLOCK_BYTES, PAGE_BYTES, Job, Lane, Piece, Transfers, batched, touch
 
 MANY = 40
 """Jobs: more than threads have buffers."""
@@ -82,6 +83,27 @@ def test_parts_of_what_lies_side_by_side_are_brought_at_once() -> None:
     expected = given.clone().view(-1, BLOCK_BYTES)
     expected[:, 5000:6007] = 0
     assert torch.equal(held.cpu().view(-1, BLOCK_BYTES), expected)
+
+
+def test_pieces_that_are_neighbours_on_both_sides_are_one_copy() -> None:
+    given = numbers(600)
+    spec = TensorSpec(name="w", dtype="I16", shape=(600,))
+    held, other = torch.zeros(2, 600, dtype=torch.int16, device=DEVICE).clone().unbind()
+    # The first two go side by side, the third further on, and the last before all others.
+    goals = [held[100:200], held[200:300], held[301:401], held[:100], other[:50]]
+    starts = [0, 100, 200, 300, 400]
+    pieces = [
+        Piece(spec, given[start : start + len(goal)], goal) for start, goal in zip(starts, goals, strict=True)
+    ]
+
+    [batch], others = batched(pieces)
+    Lane().scatter(batch.given, batch.parts)
+
+    assert [(at, len(target)) for at, target in batch.parts] == [(0, 400), (400, 200), (600, 200), (800, 100)]
+    assert not others
+    for piece in pieces:
+        assert torch.equal(piece.held.cpu(), piece.given)
+    assert int((held != 0).sum()) <= 400
 
 
 def test_memory_that_lies_side_by_side_goes_to_a_block_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:

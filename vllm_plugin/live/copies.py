@@ -272,7 +272,7 @@ class Batch(NamedTuple):
     given: torch.Tensor
     """uint8 [num_bytes], from the first piece to the last: a file's memory, or a copy on the device."""
     parts: tuple[tuple[int, torch.Tensor], ...]
-    """Where each piece begins, and where it is served: uint8, flat."""
+    """Where each begins, and where it is served: uint8, flat. One for pieces that are neighbours in both."""
     pieces: tuple[Piece, ...]
     """Keep the memory."""
 
@@ -313,14 +313,21 @@ def batched(pieces: Iterable[Piece]) -> tuple[list[Batch], list[Piece]]:
 
 
 def _joined(run: Sequence[Piece]) -> Batch:
-    start = run[0].given.data_ptr()
-    return Batch(
-        given=_between(run[0].given, run[-1].given),
-        parts=tuple(
-            (piece.given.data_ptr() - start, piece.held.reshape(-1).view(torch.uint8)) for piece in run
-        ),
-        pieces=tuple(run),
-    )
+    start, parts = run[0].given.data_ptr(), list[tuple[int, torch.Tensor]]()
+    for piece in run:
+        at, target = piece.given.data_ptr() - start, piece.held.reshape(-1).view(torch.uint8)
+        # Such as what an expert's gate and up projection have: one copy takes less time than two.
+        if parts and at == parts[-1][0] + len(parts[-1][1]) and _follows(target, parts[-1][1]):
+            first, before = parts.pop()
+            at, target = first, before.as_strided((len(before) + len(target),), (1,))
+        parts.append((at, target))
+    return Batch(given=_between(run[0].given, run[-1].given), parts=tuple(parts), pieces=tuple(run))
+
+
+def _follows(flat: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether a tensor of bytes begins where another ends, in the same storage."""
+    is_same = flat.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+    return is_same and flat.data_ptr() == before.data_ptr() + len(before)
 
 
 def neighbours(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
