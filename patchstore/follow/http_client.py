@@ -5,8 +5,10 @@ wants, and why there was no answer. All clients of servers are made here, that o
 import json
 import os
 import re
+import selectors
 import socket
 import ssl
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
@@ -19,6 +21,10 @@ from patchstore.support.causes import causes_of
 TOKEN = "PATCHSTORE_SERVER_TOKEN"  # noqa: S105 # nosec B105 # the name of a variable
 """The environment variable whose value is sent to servers as `Authorization: Bearer ...`."""
 _CONNECT_S = 10.0
+LOOK_S = 5.0
+"""How long an answer is waited for before we look whether anything still listens there, and how often."""
+LOOK_AGAIN_S = 1.0
+"""If nothing does."""
 _PORTS = range(1, 65_536)
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _FORBIDDEN = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
@@ -56,6 +62,7 @@ class Http:
         self._headers = _with_token(headers)
         self._secrets = tuple(_secrets([*self._headers.values(), parts.password]))
         self._proxy = web.proxy_for(str(parts))
+        self._address = parts.host, parts.port or (443 if parts.scheme == "https" else 80)
         self._client = _client(
             parts, self._proxy, timeout_s=timeout_s, headers=self._headers, keep_alive=keep_alive
         )
@@ -70,9 +77,13 @@ class Http:
         header is replaced. The answer of the proxy, of a gateway that wants credentials, or one that
         redirects is not the server's: ServerUnavailable.
         """
-        what = f"{method} {self.name}{path}"
+        what, headers = f"{method} {self.name}{path}", tracing.headers()
+        # A proxy listens whatever has become of the server.
+        watched = {} if self._proxy else {"trace": _Watch(self._address)}
         try:
-            response = self._client.request(method, self._url + path, headers=tracing.headers(), **request)
+            response = self._client.request(
+                method, self._url + path, headers=headers, extensions=watched, **request
+            )
         except _NO_ANSWER as exc:
             raise ServerUnavailable(f"{what}: {self._reason(exc)}") from exc
         if (target := response.next_request) is not None:
@@ -136,6 +147,52 @@ class Http:
             f"; the request went through the proxy {self._proxy.name}, which {self._proxy.variable} names. "
             f"If the server can be reached without it, add {self._host} to NO_PROXY"
         )
+
+
+class _Watch:
+    """Waits for the answer to one request, but not for a server that has closed its port meanwhile.
+
+    vLLM whose engine has died does so, and never answers what it was asked before. It does not end either, as
+    it waits for those answers itself. httpcore calls this with what it does.
+    """
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+        self._socket: socket.socket | None = None
+
+    def __call__(self, event: str, about: Mapping[str, Any]) -> None:
+        match event:
+            case "connection.connect_tcp.complete" | "connection.start_tls.complete":
+                self._socket = about["return_value"].get_extra_info("socket")
+            case "http11.receive_response_headers.started" if self._socket is not None:
+                self._wait(self._socket, about["request"].extensions["timeout"]["read"])
+
+    def _wait(self, connection: socket.socket, timeout_s: float) -> None:
+        """Return when there is something to read. Raises httpx.ReadTimeout, httpx.ReadError."""
+        began, look_s, was_closed = time.monotonic(), LOOK_S, False
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_READ)
+            while (left_s := began + timeout_s - time.monotonic()) > 0:
+                if selector.select(min(look_s, left_s)):
+                    return
+                is_closed = self._is_closed()
+                # Twice: another process may take the port over.
+                if is_closed and was_closed:
+                    raise httpx.ReadError(
+                        "it took the request, and closed its port without an answer: it is ending, or its "
+                        "engine has died. Read its log"
+                    )
+                look_s, was_closed = (LOOK_AGAIN_S if is_closed else LOOK_S), is_closed
+        raise httpx.ReadTimeout("timed out")
+
+    def _is_closed(self) -> bool:
+        try:
+            socket.create_connection(self._address, timeout=LOOK_AGAIN_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # It may be busy, or the network.
+            pass
+        return False
 
 
 class FollowClient:

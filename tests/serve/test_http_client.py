@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -19,6 +20,7 @@ import torch
 from examples.processes import free_port
 from patchstore import Publisher, open_store, wait_until
 from patchstore.errors import ServerUnavailable, UsageError
+from patchstore.follow import http_client
 from patchstore.follow.http_api import Listener
 from patchstore.follow.http_client import FollowClient
 from patchstore.follow.settings import Settings
@@ -410,6 +412,45 @@ def test_a_server_that_is_away_is_said_to_be_with_what_to_do(bucket, said):
     assert "finds no address of that name" in silent_at("http://nobody.invalid")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         assert "did not answer in time" in silent_at(f"http://127.0.0.1:{listening.getsockname()[1]}")
+
+
+def test_an_answer_is_waited_for_while_the_server_listens_and_not_behind_a_closed_port(monkeypatch):
+    monkeypatch.setattr(http_client, "LOOK_S", 0.05)
+    monkeypatch.setattr(http_client, "LOOK_AGAIN_S", 0.1)
+    listening = socket.create_server(("127.0.0.1", 0))
+    answer = b'HTTP/1.1 200 OK\r\nContent-Length: 19\r\n\r\n{"is_paused": true}'
+    asked, open_ones = [0], list[socket.socket]()
+
+    def serve() -> None:
+        while True:
+            connection, _ = listening.accept()
+            # Of those who only look whether it listens there is nothing to read.
+            if not connection.recv(1 << 16):
+                connection.close()
+                continue
+            asked[0] += 1
+            if asked[0] == 2:
+                open_ones.append(connection)
+                listening.close()
+                return
+            time.sleep(0.5)
+            connection.sendall(answer)
+            connection.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    with VllmServer(url, timeout_s=60) as server:
+        assert server.is_paused()
+        began = time.monotonic()
+        with pytest.raises(ServerUnavailable, match=r"closed its port without an answer.*Read its log"):
+            server.is_paused()
+    assert time.monotonic() - began < 30
+    thread.join(10)
+    assert asked == [2]
+    with open_ones[0] as connection:
+        connection.settimeout(10)
+        assert connection.recv(1) == b""
 
 
 def test_a_name_that_the_system_does_not_take_is_an_error_of_ours():

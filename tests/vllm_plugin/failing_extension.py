@@ -130,16 +130,18 @@ class FailingExtension(DeltaWorkerExtension):
 
         download.chunks, FolderStore.is_on_this_host = failing, lambda store, key: False
 
-    def delta_die_while_staging(self, rank: int) -> None:
-        """Kill this worker when it next stages, once it has fetched."""
+    def delta_die_while_staging(self, rank: int, victim: str) -> None:
+        """Kill this `worker` when it next stages, once it has fetched; or its engine `core`."""
         if rank != self.rank:
             return
+        # On a GPU one rank is in the process of the engine core.
+        process = os.getppid() if victim == "core" else os.getpid()
         live = self.weight_transfer_engine.live
         stage: Callable[..., StagedWrite] = live.stage_deltas
 
         def dying(*args: Any, **kwargs: Any) -> StagedWrite:
             stage(*args, **kwargs)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
             raise AssertionError
 
         live.stage_deltas = dying

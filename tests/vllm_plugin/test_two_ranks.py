@@ -117,12 +117,13 @@ def test_a_bit_that_changed_in_one_rank_is_noticed_and_replaced(server, trainer,
 
 
 @pytest.mark.exhaustive
-def test_a_worker_killed_while_staging_leaves_whole_versions_behind(
-    server, trainer, process, model, tmp_path
+@pytest.mark.parametrize("victim", ["worker", "core"])
+def test_a_process_killed_while_staging_leaves_whole_versions_behind(
+    server, trainer, process, model, tmp_path, victim
 ):
     trainer.step()
-    call(server, "delta_die_while_staging", 1)
-    with pytest.raises(ServerUnavailable):
+    call(server, "delta_die_while_staging", 1, victim)
+    with pytest.raises(ServerUnavailable, match="Read its log" if victim == "core" else "HTTP 500"):
         server.apply(1)
 
     process.stop()
