@@ -58,6 +58,7 @@ def serve(
                 for _ in shown(service.follow(bucket, settings, stop), None, as_json=as_json):
                     pass
     if process.code is not None:
-        message = f"vLLM ended by itself, with status {process.code}: its output above says why"
+        how = "closed its port and did not end, so it was killed" if process.was_killed else "ended by itself"
+        message = f"vLLM {how}, with status {process.code}: its output above says why"
         output.explain(ServerUnavailable.kind, message, as_json=as_json)
         raise typer.Exit(process.code or 1)

@@ -175,7 +175,7 @@ class _Watch:
             while (left_s := began + timeout_s - time.monotonic()) > 0:
                 if selector.select(min(look_s, left_s)):
                     return
-                is_closed = self._is_closed()
+                is_closed = is_port_closed(self._address)
                 # Twice: another process may take the port over.
                 if is_closed and was_closed:
                     raise httpx.ReadError(
@@ -185,14 +185,16 @@ class _Watch:
                 look_s, was_closed = (LOOK_AGAIN_S if is_closed else LOOK_S), is_closed
         raise httpx.ReadTimeout("timed out")
 
-    def _is_closed(self) -> bool:
-        try:
-            socket.create_connection(self._address, timeout=LOOK_AGAIN_S).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:  # It may be busy, or the network.
-            pass
-        return False
+
+def is_port_closed(address: tuple[str, int]) -> bool:
+    """Whether a host refuses connections to a port; false if it does not answer, as one that is busy."""
+    try:
+        socket.create_connection(address, timeout=LOOK_AGAIN_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 class FollowClient:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Self
 
 from patchstore.bucket.records import StoreHeader
 from patchstore.errors import ServerUnavailable, UsageError
-from patchstore.follow.http_client import Http
+from patchstore.follow.http_client import LOOK_S, Http, is_port_closed
 from patchstore.follow.vllm_protocol import BACKEND, EXTENSION, FUSED_EXPERTS
 from patchstore.support.arguments import number_in
 from patchstore.support.host import is_any_address, is_loopback
@@ -39,7 +40,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Which `--max-lora-rank` vLLM takes."""
 _LOOK_S = 0.5
 END_S = 30.0
-"""Time that vLLM has to end after SIGTERM."""
+"""Time that vLLM has to end after SIGTERM, or after it closed its port."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -57,10 +58,14 @@ class Launch:
     """What the server wants to be sent: its first key, if it is started with `--api-key`."""
 
     @property
-    def url(self) -> str:
+    def address(self) -> tuple[str, int]:
         """Where this host reaches the server."""
-        host = "127.0.0.1" if is_any_address(self.host) else self.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return "127.0.0.1" if is_any_address(self.host) else self.host, self.port
+
+    @property
+    def url(self) -> str:
+        host, port = self.address
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def __str__(self) -> str:
         """The command as a shell takes it, without secrets."""
@@ -215,7 +220,9 @@ class VllmProcess:
         """Prepare; `stop` is set when the server ends by itself."""
         self._launch, self._stop = launch, stop
         self.code: int | None = None
-        """The exit code of a server that ended by itself."""
+        """The exit code of a server that ended by itself, or was killed."""
+        self.was_killed = False
+        """It had closed its port, and did not end."""
 
     def __enter__(self) -> Self:
         """Start the server.
@@ -257,8 +264,26 @@ class VllmProcess:
             while not self._stop.wait(_LOOK_S):
                 with suppress(ServerUnavailable):
                     if http.request("GET", "/health").is_success:
+                        threading.Thread(target=self._look, name="serve-look", daemon=True).start()
                         return True
         return False
+
+    def _look(self) -> None:
+        """Kill a server that closed its port and does not end: one whose engine died waits for its answer."""
+        closed_at: float | None = None
+        while not self._stop.wait(LOOK_S):
+            if not is_port_closed(self._launch.address):
+                closed_at = None
+            elif closed_at is None:
+                closed_at = time.monotonic()
+            elif time.monotonic() - closed_at > END_S:
+                self.was_killed = True
+                self._kill()
+                return
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -271,6 +296,5 @@ class VllmProcess:
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill()
             self._process.wait()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.processes import free_port
 from patchstore import Publisher
 from patchstore.bucket import history
 from patchstore.errors import UsageError
@@ -192,6 +193,25 @@ def test_a_server_is_ended_with_the_block_also_if_it_does_not_listen(monkeypatch
     assert process.code is None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_server_that_closed_its_port_and_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "END_S", 0.5)
+    monkeypatch.setattr(launch, "LOOK_S", 0.2)
+    port, stop = free_port(), threading.Event()
+    closing = (
+        "import http.server as h, threading, time\n"
+        "class Handler(h.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n"
+        "        self.send_response(200); self.end_headers()\n"
+        f"server = h.HTTPServer(('127.0.0.1', {port}), Handler)\n"
+        "threading.Timer(3, server.shutdown).start()\n"
+        "server.serve_forever(); server.server_close(); time.sleep(600)"
+    )
+    with VllmProcess(program(closing, port), stop) as process:
+        assert process.wait_until_healthy()
+        assert stop.wait(60)
+    assert (process.code, process.was_killed) == (128 + signal.SIGKILL, True)
 
 
 def test_a_server_ends_also_if_the_command_is_killed(tmp_path: Path) -> None:

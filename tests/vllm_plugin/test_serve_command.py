@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,12 +35,24 @@ class ServeCommand(ServerProcess):
             *self.arguments,
         ]
 
+    def started(self, process: int) -> bool:
+        """Whether the command, or what it started, has started a process."""
+        assert self._process is not None
+        while process > 1 and process != self._process.pid:
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        return process == self._process.pid
+
     def end(self) -> int:
         """End the command as a service manager does; return its exit code, once it has ended."""
         assert self._process is not None
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
         os.kill(int(children), signal.SIGTERM)
-        code = self._process.wait(120)
+        return self.wait(120)
+
+    def wait(self, timeout_s: float) -> int:
+        """Return its exit code, once it has ended."""
+        assert self._process is not None
+        code = self._process.wait(timeout_s)
         self._process = None
         RUNNING.remove(self)
         return code
@@ -66,6 +79,30 @@ def test_one_command_serves_the_newest_version_and_goes_on_following(
     log = command.log.read_text()
     assert f"VLLM_SERVER_DEV_MODE=1 {sys.executable} -m vllm.entrypoints.cli.main serve {model}" in log
     assert "applied version 2" in log
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.exhaustive
+def test_a_server_whose_engine_dies_in_a_call_is_ended(
+    model: Path, tmp_path: Path, new_trainer: Callable[..., Trainer]
+) -> None:
+    trainer = new_trainer()
+    trainer.publish()
+    command = ServeCommand(tmp_path / "serve.log", "--store", trainer.url)
+    with command.serving(model):
+        wait_until(0, servers=command.url, exactly=True)
+        (core,) = [
+            int(path.parent.name)
+            for path in Path("/proc").glob("[0-9]*/comm")
+            if path.read_text().startswith("VLLM::EngineCor") and command.started(int(path.parent.name))
+        ]
+        os.kill(core, signal.SIGSTOP)
+        trainer.step()
+        # By then the command has asked it to fetch that version.
+        time.sleep(5)
+        os.kill(core, signal.SIGKILL)
+        assert command.wait(120) == 128 + signal.SIGKILL
+    assert "vLLM closed its port and did not end, so it was killed" in command.log.read_text()
 
 
 @pytest.mark.timeout(1800)
