@@ -47,7 +47,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="servers started in each way, in turns")
     parser.add_argument("--eager", action="store_true", help="neither compile the model nor capture graphs")
     parser.add_argument("--engine-args", type=shlex.split, default=[], metavar="ARGS")
-    parser.add_argument("--folder", type=Path, help="to work in; takes four times the model's size")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="to work in; takes four times the model's size, and a server its size in host memory",
+    )
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -5,16 +5,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 import tiny_adapter
 from asking import ask, question
-from server_process import MODEL_NAME, RUNNING, ServerProcess
+from server_process import MODEL_NAME, RUNNING, ServerProcess, call
 from trainer import Trainer
 
 from patchstore import Publisher, wait_until
+from patchstore.errors import ServerUnavailable
 from patchstore.follow.verify import verify_server
 from patchstore.follow.vllm_server import VllmServer
 from patchstore.stores import open_store
@@ -97,10 +99,13 @@ def test_a_server_whose_engine_dies_in_a_call_is_ended(
             if path.read_text().startswith("VLLM::EngineCor") and command.started(int(path.parent.name))
         ]
         os.kill(core, signal.SIGSTOP)
-        trainer.step()
-        # By then the command has asked it to fetch that version.
-        time.sleep(5)
-        os.kill(core, signal.SIGKILL)
+        with VllmServer(command.url, timeout_s=300) as server, ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(call, server, "delta_status")
+            # By then vLLM has taken the call.
+            time.sleep(5)
+            os.kill(core, signal.SIGKILL)
+            with pytest.raises(ServerUnavailable, match="closed its port"):
+                asked.result()
         assert command.wait(120) == 128 + signal.SIGKILL
     assert "vLLM closed its port and did not end, so it was killed" in command.log.read_text()
 
